@@ -33,10 +33,13 @@ def main() -> None:
         before = time.process_time()
         loaded = tf.saved_model.load(directory)
         load = time.process_time() - before
+    from lingvo_moe.core.private.tensorflow import unoptimized
+
     inputs = batch(size)
 
     def step() -> dict[str, Any]:
-        tokens, ids = loaded.search(*inputs)
+        with unoptimized():  # as our commands do
+            tokens, ids = loaded.search(*inputs)
         if int(tokens) != sum(size["target_lengths"]):
             raise RuntimeError(f"{tokens} tokens came out")
         return {"tokens": int(tokens), "ids": ids.numpy()[: size["target_lengths"][0] - 1].tolist()}
@@ -182,7 +185,7 @@ def _full(fast: Any, src: Any, length: int) -> tuple[Any, Any]:
     from lingvo_moe.core.layers import masks
     from lingvo_moe.core.nested_map import NestedMap
 
-    model, theta = fast.model, fast.Tensors()
+    model, theta = fast.model, fast.Theta()
     encoded = model.Encode(theta, src)
 
     def step(time: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -26,7 +26,7 @@ def shape_of(x: tf.Tensor) -> list[int | tf.Tensor]:
     open."""
     if x.shape.is_fully_defined():
         return x.shape.as_list()
-    sizes = tf.shape(x)
+    sizes = tf.unstack(tf.shape(x))  # one operation, where indexing is four for each
     return [sizes[i] if size is None else size for i, size in enumerate(x.shape)]
 
 
@@ -39,7 +39,7 @@ def open_shape(x: tf.Tensor) -> list[int | tf.Tensor]:
 def dim(x: tf.Tensor, axis: int) -> int | tf.Tensor:
     """The size of one dimension: an int, or an int32 scalar where a served program leaves it open."""
     size = x.shape[axis]
-    return tf.shape(x)[axis] if size is None else size
+    return tf.unstack(tf.shape(x))[axis] if size is None else size
 
 
 # Operations whose result is their first argument, or a view of it.

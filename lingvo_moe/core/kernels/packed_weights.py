@@ -65,12 +65,20 @@ class FloatBlocks(Matrix):
     def With(self, blocks_PMW: Any) -> "FloatBlocks":
         return FloatBlocks(blocks_PMW, self.columns)
 
-    def _ByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
-        """[P,R,W], and up to three rows more, zeros; see `_even_rows`."""
-        return tf.matmul(tf.expand_dims(_even_rows(x_RM), 0), self.blocks_PMW)
+    def _ByBlock(self, x_RM: tf.Tensor, order: str) -> tf.Tensor:
+        """The products of rows with each block, "PRW" or "RPW"."""
+        rows = dim(x_RM, 0)
+        even_RM = _even_rows(x_RM, rows)
+        y = tf.matmul(tf.expand_dims(even_RM, 0), self.blocks_PMW)
+        y = y if order == "PRW" else tf.transpose(y, [1, 0, 2])
+        if even_RM is x_RM:
+            return y
+        sizes = [-1 if n is None else n for n in y.shape]
+        sizes[order.index("R")] = rows
+        return tf.slice(y, [0, 0, 0], sizes)
 
     def HeadsProduct(self, x_RM: tf.Tensor, heads: int) -> tf.Tensor:
-        y_PRW = self._ByBlock(x_RM)[:, : dim(x_RM, 0)]
+        y_PRW = self._ByBlock(x_RM, "PRW")
         blocks, _, width = self.blocks_PMW.shape
         if blocks == heads:
             return y_PRW
@@ -80,8 +88,7 @@ class FloatBlocks(Matrix):
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
         blocks, _, width = self.blocks_PMW.shape
         blocks = tf.shape(self.blocks_PMW)[0] if blocks is None else blocks
-        y_RPW = tf.transpose(self._ByBlock(x_RM), [1, 0, 2])[: dim(x_RM, 0)]
-        y_RN = tf.reshape(y_RPW, [-1, blocks * width])
+        y_RN = tf.reshape(self._ByBlock(x_RM, "RPW"), [-1, blocks * width])
         return y_RN if self.columns in (None, blocks * width) else y_RN[:, : self.columns]
 
 
@@ -122,7 +129,7 @@ class FloatRows(Matrix):
         rows = dim(x_RM, 0)
 
         def several() -> tf.Tensor:
-            return tf.matmul(_even_rows(x_RM), self.wide_MW)[:rows]
+            return tf.matmul(_even_rows(x_RM, rows), self.wide_MW)[:rows]
 
         def single() -> tf.Tensor:
             return self._OfSingle(x_RM[:1])
@@ -198,7 +205,7 @@ def _terms(of_all: int) -> list[int]:
     return [*sizes, rest] if rest <= _TERMS else [*sizes, (rest + 1) // 2, rest // 2]
 
 
-def _even_rows(x_RM: tf.Tensor) -> tf.Tensor:
+def _even_rows(x_RM: tf.Tensor, rows: int | tf.Tensor) -> tf.Tensor:
     """x [R,M] with as many rows of zeros more as a product needs whose rows are to round the same in every batch.
 
     oneDNN takes six rows at a time; without AVX-512 it adds up one, two or three rows that are left over in another
@@ -206,10 +213,9 @@ def _even_rows(x_RM: tf.Tensor) -> tf.Tensor:
     """
     if processor.has_avx512():
         return x_RM
-    rows = dim(x_RM, 0)
     if isinstance(rows, int):
         return tf.pad(x_RM, [[0, _MORE[rows % 6]], [0, 0]]) if _MORE[rows % 6] else x_RM
-    return tf.pad(x_RM, tf.constant([[[0, more], [0, 0]] for more in _MORE])[rows % 6])
+    return tf.pad(x_RM, tf.gather([[[0, more], [0, 0]] for more in _MORE], rows % 6))
 
 
 def _block_width() -> int:

@@ -316,8 +316,8 @@ def empty_cache(shape: CacheShape) -> tf.Tensor:
 def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     """See `Kernels`; the step's rows are written into the cache's memory."""
     shape = tf.shape(cache)
-    rows, length, width = shape[0] * shape[1], shape[2], cache.shape[3]
-    at = tf.reshape((tf.range(rows) * length)[:, tf.newaxis] + tf.reshape(time, [1, -1]), [-1])
+    rows, length, width = cache.shape[0] * shape[1], shape[2], cache.shape[3]
+    at = tf.reshape(tf.reshape(tf.range(rows) * length, [-1, 1]) + tf.reshape(time, [1, -1]), [-1])
     # tf.tensor_scatter_nd_update copies the whole cache here.
     flat = tf.raw_ops.InplaceUpdate(
         x=tf.reshape(cache, [-1, width]), i=at, v=tf.reshape(new, [-1, width])
@@ -329,8 +329,8 @@ def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
 
 def attend_cache(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen) -> tf.Tensor:
     """See `Kernels`; position t J + j of a row is hypothesis j at step t."""
-    shape = tf.shape(k)
-    k, v = (tf.reshape(c, [c.shape[0], shape[1], -1, q.shape[-1]]) for c in (k, v))
+    rows = dim(k, 1)
+    k, v = (tf.reshape(c, [c.shape[0], rows, -1, q.shape[-1]]) for c in (k, v))
     return attend(q, k, v, seen)
 
 

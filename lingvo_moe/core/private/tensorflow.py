@@ -90,6 +90,20 @@ def _give_gradient_to_graph(op: tf.Operation) -> None:
     weakref.finalize(op.graph, registry.pop, name).atexit = False
 
 
+@contextlib.contextmanager
+def unoptimized() -> Iterator[None]:
+    """Inside, functions that this thread calls run as they were traced; a call that is traced here says so where it is
+    loaded, too. TensorFlow's optimizer (Grappler) takes longer than several searches."""
+    current, config = context.context(), tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    before = current.function_call_options
+    current.function_call_options = context.FunctionCallOptions(config_proto=config)
+    try:
+        yield
+    finally:
+        current.function_call_options = before
+
+
 def called_functions(concrete: Any) -> list[Any]:
     """The AtomicFunctions of a ConcreteFunction and of all that it calls; each has a name and a graph."""
     functions: dict[bytes, Any] = {}
@@ -222,8 +236,9 @@ def integers_product(x_RM: tf.Tensor, w_MN: tf.Tensor, bias_N: tf.Tensor) -> tf.
     """uint8 [R,M] by int8 [M,N] and a float32 bias: float32 [R,N]. The kernel may pack w_MN at the first call."""
     graph = tf.compat.v1.get_default_graph()
     # The ranges at which an integer stands for itself.
-    ranges = [tf.constant(end) for end in (0.0, 255.0, -127.0, 127.0)]
-    inputs = [tf.bitcast(x_RM, tf.quint8), tf.bitcast(w_MN, tf.qint8), bias_N, *ranges]
+    ranges = 0.0, 255.0, -127.0, 127.0
+    rest = map(tf.convert_to_tensor, (bias_N, *ranges))
+    inputs = [tf.bitcast(x_RM, tf.quint8), tf.bitcast(w_MN, tf.qint8), *rest]
     attributes = {
         "Tdevice_inputs": _list_attribute(type=[x.dtype.as_datatype_enum for x in inputs]),
         "Thost_inputs": _list_attribute(type=[]),

@@ -240,7 +240,7 @@ class Generator(Exportable, Texts):
             batch = batch[: tf.math.count_nonzero(alike, dtype=tf.int32)]
             ids_RP = tf.gather(ids, batch).to_tensor()
             most, of_batch = self._Settings([tf.gather(x, batch) for x in settings])
-            new = self._search().Search(self._weights.Tensors(), ids_RP, most, of_batch)
+            new = self._search().Search(self._weights.Theta(), ids_RP, most, of_batch)
             values = self._ColumnsOf(new, longest)
             at = batch[:, tf.newaxis]
             columns = zip(results, values.values(), strict=True)
@@ -325,7 +325,7 @@ class Generator(Exportable, Texts):
         """The pool after the tokens of PLACES; the pool's tensors come last."""
         places, pool = arguments[: len(PLACES)], arguments[len(PLACES) :]
         structured = self._structure().Pack(list(pool))
-        _, after = self._paged().Extend(self._weights.Tensors(), places, structured)
+        _, after = self._paged().Extend(self._weights.Theta(), places, structured)
         return _named(after.Flatten())
 
     def _Step(self, *arguments: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -340,7 +340,7 @@ class Generator(Exportable, Texts):
         names = list(SETTINGS)[1:]
         settings = NestedMap(zip(names, values), step=step)
         pool = self._structure().Pack(values[len(names) :])
-        theta = self._weights.Tensors()
+        theta = self._weights.Theta()
         pool, tokens, log_probs, experts = self._paged().Step(theta, places, before, settings, pool)
         out = {**_named(pool.Flatten()), "tokens": tokens, "log_probs": log_probs}
         if experts:

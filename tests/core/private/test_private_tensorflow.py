@@ -196,3 +196,17 @@ def test_products_of_8_bit_integers():
         tf.constant(x, tf.uint8), tf.constant(w, tf.int8), tf.constant([1.0, 2.0, 3.0, 4.0])
     )
     np.testing.assert_array_equal(got, x @ w + [1, 2, 3, 4])
+
+
+def test_calls_that_run_as_they_were_traced():
+    inner = tf.function(lambda x: x + 1, experimental_attributes={"_noinline": True})
+
+    def outer(x):
+        with private.unoptimized():
+            y = inner(x)
+        return y + inner(x)
+
+    graph = tf.function(outer).get_concrete_function(tf.TensorSpec([])).graph
+    configs = [op.get_attr("config_proto") for op in graph.get_operations() if "Call" in op.type]
+    options = [tf.compat.v1.ConfigProto.FromString(c).graph_options for c in configs]
+    assert [o.rewrite_options.disable_meta_optimizer for o in options] == [True, False]

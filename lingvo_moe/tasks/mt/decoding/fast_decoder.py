@@ -12,6 +12,7 @@ from lingvo_moe.core.decode.flat_beam_search import SearchOptions, StepFn
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.private.tensorflow import unoptimized
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
@@ -62,8 +63,18 @@ class FastDecoder(Decoder):
 
     def Find(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
         """Search with the weights, inside of a tf.function; B and S may be unknown."""
-        with use_mesh(single_device()), kernels.using(tensorflow):
-            return self.Search(self._weights.Tensors(), src, max_lengths_B)
+        found = NestedMap()
+
+        # A function of its own, so that TensorFlow runs it as it is, also where it is exported and loaded.
+        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+        def find(*inputs: tf.Tensor) -> list[tf.Tensor]:
+            with use_mesh(single_device()), kernels.using(tensorflow):
+                rows = src.Pack(list(inputs[1:]))
+                found.update(self.Search(self._weights.Theta(), rows, inputs[0]))
+            return found.Flatten()
+
+        with unoptimized():
+            return found.Pack(find(max_lengths_B, *src.Flatten()))
 
     def Search(self, theta: NestedMap, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
         """See Decoder."""

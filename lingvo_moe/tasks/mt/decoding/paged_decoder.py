@@ -145,7 +145,7 @@ class PagedDecoder(Decoder):
             lambda x, one: _with_places(x, one, places), tree.state, self._letters.state
         )
         state.done_B |= tf.range(dim(lengths_B, 0)) >= num_rows
-        theta = self._weights.Tensors()
+        theta = self._weights.Theta()
 
         def unfinished(count: tf.Tensor, state: NestedMap, pool: list) -> tf.Tensor:
             del pool
@@ -183,7 +183,7 @@ class PagedDecoder(Decoder):
 
     def _EmptyCache(self, src: NestedMap, slots: int) -> NestedMap:
         """The caches of sources, with pages of so many slots as there are sources."""
-        theta = self._weights.Tensors()
+        theta = self._weights.Theta()
         with _kernels(paged.nowhere()):
             return self._InitCache(theta, src, self.model.Encode(theta, src), slots)
 

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.private.tensorflow import unoptimized
 from lingvo_moe.tasks.text.decoding.line_stream import utf8_of
 from lingvo_moe.tasks.text.decoding.saved_functions import SavedFunctions
 
@@ -75,7 +76,8 @@ def called_with(
         arguments.append([languages] * len(lines) if one else list(languages))
     try:
         tensors = (tf.constant(a, tf.string, shape=[len(encoded)]) for a in arguments)
-        out: dict[str, tf.Tensor] = function(*tensors)
+        with unoptimized():
+            out: dict[str, tf.Tensor] = function(*tensors)
     except tf.errors.InvalidArgumentError as e:
         if not (unknown := re.search(r"unknown (source )?language[^]]*", str(e))):
             raise

@@ -13,13 +13,16 @@ Letters: as in flat_beam_search.py; L step of the caches' capacity, n candidate 
 tokens, W token of a group.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.decode.flat_beam_search import NEVER, FlatBeamSearch, StepFn
 from lingvo_moe.core.kernels.tensorflow import batch_independent
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS
-from lingvo_moe.core.nested_map import NestedMap, map_structure
+from lingvo_moe.core.nested_map import NestedMap, map_structure, zip_leaves
 from lingvo_moe.core.tensors import dim
 
 BLOCK = 16  # steps
@@ -93,16 +96,11 @@ class GrowingBeamSearch(FlatBeamSearch):
         fill = tf.maximum(self._least - dim(max_lengths_B, 0), 0)
 
         def filled(x: tf.Tensor, letters: str) -> tf.Tensor:
-            if "B" not in letters:
-                return x
-            room = [[0, fill * (letter == "B")] for letter in letters]
-            y = tf.cond(fill > 0, lambda: tf.pad(x, room), lambda: x)
-            y.set_shape([n if k != "B" else None for k, n in zip(letters, x.shape, strict=True)])
-            return y
+            return tf.pad(x, [[0, fill * (letter == "B")] for letter in letters])
 
         if self._least == 1:
             return max_lengths_B, cache
-        return filled(max_lengths_B, "B"), map_structure(filled, cache, letters)
+        return _changed_if(fill > 0, filled, (max_lengths_B, cache), ("B", letters))
 
     @property
     def _least(self) -> int:
@@ -130,24 +128,25 @@ class GrowingBeamSearch(FlatBeamSearch):
         """Drops the rows that are done, and gives the rest the capacity of another block."""
         stay_B = self._Staying(state.done_B)
         at = tf.where(stay_B)[:, 0]
-        everyone = tf.reduce_all(stay_B)
 
-        def regrown(x: tf.Tensor, letters: str, grow: str, by: int) -> tf.Tensor:
-            y = x
-            if "B" in letters:
-                rows = letters.index("B")
-                y = tf.cond(everyone, lambda: x, lambda: tf.gather(x, at, axis=rows))
-            if grow and grow in letters:
-                y = tf.pad(y, [[0, by * (letter == grow)] for letter in letters])
+        def staying(x: tf.Tensor, letters: str) -> tf.Tensor:
+            return tf.gather(x, at, axis=letters.index("B"))
+
+        def grown(x: tf.Tensor, letters: str, grow: str, by: int) -> tf.Tensor:
+            if grow not in letters:
+                return x
+            y = tf.pad(x, [[0, by * (letter == grow)] for letter in letters])
             y.set_shape(x.shape)
             return y
 
-        flat = BLOCK * self.J
-        state = map_structure(
-            lambda x, dims: regrown(x, dims, "S", flat), state, self.STATE_LETTERS
+        all_letters = ("B", self.STATE_LETTERS, letters)
+        rows_B, state, cache = _changed_if(
+            ~tf.reduce_all(stay_B), staying, (rows_B, state, cache), all_letters
         )
-        cache = map_structure(lambda x, dims: regrown(x, dims, "L", BLOCK), cache, letters)
-        return regrown(rows_B, "B", "", 0), state, cache
+        flat = BLOCK * self.J
+        state = map_structure(lambda x, dims: grown(x, dims, "S", flat), state, self.STATE_LETTERS)
+        cache = map_structure(lambda x, dims: grown(x, dims, "L", BLOCK), cache, letters)
+        return rows_B, state, cache
 
     def _Staying(self, done_B: tf.Tensor) -> tf.Tensor:
         """The rows that go on: those that are not done, and the first of the others, up to `_least` rows."""
@@ -263,6 +262,23 @@ def open_shape(x: tf.Tensor, letters: str) -> tf.TensorShape:
     """The shape, with unknown sizes where they change."""
     sizes = zip(letters, x.shape, strict=True)
     return tf.TensorShape([None if letter in "BLS" else size for letter, size in sizes])
+
+
+def _changed_if(condition: tf.Tensor, fn: Callable, tree: Any, letters: Any) -> Any:
+    """A tree, in which every tensor with rows is fn(tensor, its letters) if a bool scalar says so."""
+    rows = [pair for pair in zip_leaves(tree, letters) if "B" in pair[1]]
+    kept = [x for x, _ in rows]
+    # One branch for all of them: a graph has dozens of operations and two functions for each branch.
+    after = iter(tf.cond(condition, lambda: [fn(*pair) for pair in rows], lambda: kept))
+
+    def result(x: tf.Tensor, letters: str) -> tf.Tensor:
+        if "B" not in letters:
+            return x
+        y = next(after)
+        y.set_shape([n if k != "B" else None for k, n in zip(letters, x.shape, strict=True)])
+        return y
+
+    return map_structure(result, tree, letters)
 
 
 def _shaped_as(tree: NestedMap, like: NestedMap) -> NestedMap:

@@ -25,9 +25,10 @@ class SavedWeights(tf.Module):
         structure = theta.Transform(_empty)
         self._structure = lambda: structure
 
-    def Tensors(self) -> NestedMap:
-        """The weights as tensors of the graph that is being traced, in the structure of the tree."""
-        values = map(tf.convert_to_tensor, self._variables)
+    def Theta(self) -> NestedMap:
+        """The weights in the structure of the tree, as variables: a loop carries those as one operation each, where a
+        tensor takes six, and reads them in its body."""
+        values = iter(self._variables)
 
         def read(leaf: Packed | None) -> Packed | tf.Tensor:
             if leaf is None:
@@ -56,7 +57,7 @@ class SavedWeights(tf.Module):
 class PackedWeights(SavedWeights):
     """The weights of a model, packed (`BaseLayer.PackWeights`) and read by the layers' own code.
 
-    The model's methods take `Tensors` as theta, and must be traced while TensorFlow's kernels are in use.
+    The model's methods take `Theta`, and must be traced while TensorFlow's kernels are in use.
 
     Attributes:
         fewest_rows: of a batch, so that a row's results are those of any batch: 1 where all products with weights are

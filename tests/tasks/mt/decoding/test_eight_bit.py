@@ -123,7 +123,7 @@ def _saved(path, seed: int):
 
     def product(x_RM: tf.Tensor) -> tf.Tensor:
         def step(i: tf.Tensor, y_RN: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return i + 1, y_RN + module.Tensors().layers[0].w.Product(x_RM)
+            return i + 1, y_RN + module.Theta().layers[0].w.Product(x_RM)
 
         return tf.while_loop(lambda i, y_RN: i < 2, step, [0, tf.zeros([3, 5])])[1]
 

@@ -184,7 +184,7 @@ PARTS = {
 
 def _packed(model: MtModel, theta: NestedMap) -> set[str]:
     """The parts of a model of which some weights are packed."""
-    weights = PackedWeights(model, theta).Tensors()
+    weights = PackedWeights(model, theta).Theta()
     items = weights.FlattenItems()
     paths = [path.replace("[", ".").split(".") for path, leaf in items if isinstance(leaf, Packed)]
     return {next(part for part in reversed(path) if part in ALL) for path in paths}

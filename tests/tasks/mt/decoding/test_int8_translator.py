@@ -91,7 +91,7 @@ def test_the_logits_of_a_shortlist_are_of_float32(translator):
     @tf.function(autograph=False)
     def logits(x_BTM, ids_U):
         with use_mesh(single_device()), kernels.using(tensorflow):
-            softmax, table = held.model.softmax, held.Tensors().target_embedding
+            softmax, table = held.model.softmax, held.Theta().target_embedding
             both = [table, softmax.OfTokens(table, ids_U)]
             return table.table, *(softmax.FProp(one, x_BTM) for one in both)
 
