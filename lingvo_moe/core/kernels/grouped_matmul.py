@@ -88,7 +88,7 @@ def _of_experts_with_rows(
     group_sizes_E: tf.Tensor,
     feed_forward: Callable[[Any, tf.Tensor], tf.Tensor],
 ) -> tf.Tensor:
-    """As `packed_feed_forward`, by a loop over the experts that have rows."""
+    """The same result, by a loop over the experts that have rows."""
     experts_e = tf.cast(tf.where(group_sizes_E > 0)[:, 0], tf.int32)
     ends_E = tf.cumsum(group_sizes_E)
 

@@ -199,7 +199,7 @@ class PackAs:
 
 
 def _terms(of_all: int) -> list[int]:
-    """How many of the terms of a sum oneDNN adds up at a time, without AVX-512."""
+    """The numbers of terms of a sum that oneDNN adds up at a time, without AVX-512."""
     sizes = [_TERMS] * max(0, of_all // _TERMS - 1)
     rest = of_all - sum(sizes)
     return [*sizes, rest] if rest <= _TERMS else [*sizes, (rest + 1) // 2, rest // 2]

@@ -226,6 +226,6 @@ def are_packed(theta: Mapping[str, Any]) -> bool:
 
 
 def fewest_rows(theta: NestedMap) -> int:
-    """How many rows an expert of packed weights needs at least, so that a row's result is that of any batch."""
+    """The rows that an expert of packed weights needs at least, so that a row's result is that of any batch."""
     packed = theta.wo if isinstance(theta.wo, StackedMatrices) else theta.wo[0]
     return 1 if packed.rows_alike else FEWEST_ROWS
