@@ -440,8 +440,8 @@ class LearnedRouter(Router):
         return self.Keep(logits_GSE, "router", "GSE")
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer: wg in float32, where scores of one row round as in any batch: of 16 numbers at a time."""
-        if self.p.num_experts % 16:
+        """See BaseLayer: wg in float32, where the scores of one row are rounded as in any batch: 8 numbers at a time."""
+        if self.p.num_experts % 8:
             return theta
         return NestedMap(theta, wg=packing.Unrounded(tf.cast(theta.wg, tf.float32)))
 
