@@ -104,7 +104,7 @@ class StackedMatrices:
     @property
     def rows_alike(self) -> bool:
         """See `Matrix`."""
-        return self._expert.rows_alike
+        return self._expert.With(*self.tensors).rows_alike
 
     def With(self, *tensors: Any) -> "StackedMatrices":
         """See `Matrix`."""

@@ -440,7 +440,7 @@ class LearnedRouter(Router):
         return self.Keep(logits_GSE, "router", "GSE")
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer: wg in float32, where the scores of one row are rounded as in any batch: 8 numbers at a time."""
+        """See BaseLayer: wg in float32, where scores of one row are rounded as in any batch: 8 numbers at a time."""
         if self.p.num_experts % 8:
             return theta
         return NestedMap(theta, wg=packing.Unrounded(tf.cast(theta.wg, tf.float32)))
