@@ -98,7 +98,8 @@ class FloatRows(Matrix):
     For processors without AVX-512. A batch of four or eight rows is slower than with blocks, by up to a quarter.
 
     Attributes:
-        wide_MW: the weight, and columns of zeros where its rows would lie in the same few places of the cache.
+        wide_MW: the weight, and columns of zeros up to a multiple of 16, and more where its rows would lie in the same
+            few places of the cache.
         columns: N.
     """
 
@@ -108,7 +109,10 @@ class FloatRows(Matrix):
     @classmethod
     def Of(cls, w_MN: tf.Tensor) -> "FloatRows":
         """Packs a weight [M,N], or those of experts [E,M,N]."""
-        return cls(wider(w_MN), w_MN.shape[-1])
+        columns = w_MN.shape[-1]
+        # Of columns that are left over by 16 oneDNN adds up the terms in another order.
+        room = [[0, 0]] * (w_MN.shape.rank - 1) + [[0, -columns % 16]]
+        return cls(wider(tf.pad(w_MN, room)), columns)
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -135,10 +139,20 @@ class FloatRows(Matrix):
             return self._OfSingle(x_RM[:1])
 
         if isinstance(rows, int):
-            y_RW = single() if rows == 1 else several()
+            y_RW = single() if rows == 1 and self._adds_up_in_order else several()
+        elif not self._adds_up_in_order:
+            y_RW = several()
         else:
             y_RW = tf.cond(tf.equal(rows, 1), single, several)
         return y_RW[:, : self.columns]
+
+    @property
+    def _adds_up_in_order(self) -> bool:
+        """Whether oneDNN takes the terms of a single row's part one after the other: not in one product of 513 to 1,023
+        columns, but in two or more at once."""
+        terms, width = self.wide_MW.shape
+        parts = _terms(terms)
+        return not 512 < width < 1024 or (len(parts) > 1 and len(set(parts)) == 1)
 
     def _OfSingle(self, x_1M: tf.Tensor) -> tf.Tensor:
         """The product of one row, by parts, whose terms oneDNN adds up in the order of a batch."""
@@ -159,7 +173,7 @@ class PackAs:
 
     Attributes:
         kind: one of WEIGHTS. For int8 a weight must have a value: an array or an eager tensor.
-        beam_size: how many rows a search has for a line, for which float32 is packed.
+        beam_size: the rows that a search has for a line; float32 is packed so that a line alone is fast.
     """
 
     kind: str = "float32"

@@ -63,18 +63,18 @@ class FastDecoder(Decoder):
 
     def Find(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
         """Search with the weights, inside of a tf.function; B and S may be unknown."""
-        found = NestedMap()
+        results = NestedMap()
 
         # A function of its own, so that TensorFlow runs it as it is, also where it is exported and loaded.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def find(*inputs: tf.Tensor) -> list[tf.Tensor]:
             with use_mesh(single_device()), kernels.using(tensorflow):
                 rows = src.Pack(list(inputs[1:]))
-                found.update(self.Search(self._weights.Theta(), rows, inputs[0]))
-            return found.Flatten()
+                results.update(self.Search(self._weights.Theta(), rows, inputs[0]))
+            return results.Flatten()
 
         with unoptimized():
-            return found.Pack(find(max_lengths_B, *src.Flatten()))
+            return results.Pack(find(max_lengths_B, *src.Flatten()))
 
     def Search(self, theta: NestedMap, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
         """See Decoder."""

@@ -267,9 +267,9 @@ def open_shape(x: tf.Tensor, letters: str) -> tf.TensorShape:
 def _changed_if(condition: tf.Tensor, fn: Callable, tree: Any, letters: Any) -> Any:
     """A tree, in which every tensor with rows is fn(tensor, its letters) if a bool scalar says so."""
     rows = [pair for pair in zip_leaves(tree, letters) if "B" in pair[1]]
-    kept = [x for x, _ in rows]
+    before = [x for x, _ in rows]
     # One branch for all of them: a graph has dozens of operations and two functions for each branch.
-    after = iter(tf.cond(condition, lambda: [fn(*pair) for pair in rows], lambda: kept))
+    after = iter(tf.cond(condition, lambda: [fn(*pair) for pair in rows], lambda: before))
 
     def result(x: tf.Tensor, letters: str) -> tf.Tensor:
         if "B" not in letters:

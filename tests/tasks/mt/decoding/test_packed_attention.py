@@ -67,12 +67,19 @@ def test_steps_of_a_beam(kv_heads):
 
 _ROWS = """
 import numpy as np, tensorflow as tf
+from lingvo_moe.core import kernels
+from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.kernels.packed_weights import PackAs
+from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.moe.routers.top_k import TopKRouter
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import single_device, use_mesh
 
 draw = tf.random.stateless_normal
 
-def check(pack, dim):
-    packed, heads = pack.Matrix(draw([dim, 96], [1, 2])), pack.Heads(draw([dim, 2, 16], [3, 4]))
+def check(pack, dim, columns):
+    weight = draw([dim, columns], [1, 2])
+    packed, heads = pack.Matrix(weight), pack.Heads(draw([dim, 2, 20], [3, 4]))
     rows = draw([20, dim], [5, 6])
 
     def products(x):
@@ -81,23 +88,34 @@ def check(pack, dim):
     spec = [tf.TensorSpec([None, dim])]
     for run in (products, tf.function(products, input_signature=spec, autograph=False)):
         want, of_heads = run(rows)
-        np.testing.assert_allclose(want, rows @ packed_plain(dim), atol=1e-3)
+        np.testing.assert_allclose(want, rows @ weight, atol=1e-3)
         for number in range(1 if packed.rows_alike else 4, 20):
             got, got_heads = run(rows[:number])
-            about = f"{pack} {dim} {number}"
+            about = f"{pack} {dim} {columns} {number}"
             np.testing.assert_array_equal(got, want[:number], err_msg=about)
             np.testing.assert_array_equal(got_heads, of_heads[:, :number], err_msg=about)
 
-def packed_plain(dim):
-    return draw([dim, 96], [1, 2])
+def check_experts(pack):
+    sizes = {"model_dim": 520, "hidden_dim": 600, "num_experts": 8}
+    router = TopKRouter.Params().Set(k=2)
+    layer = MoELayer.Params().Set(name="moe", router=router, **sizes).Instantiate()
+    with use_mesh(single_device()), kernels.using(tensorflow):
+        theta = layer.PackWeights(layer.InitTheta(make_seed(0, 0)), pack)
+        x = draw([1, 9, 520], [7, 8])
+        want = layer.FProp(theta, x, tf.zeros([1, 9]))[0]
+        alike = theta.experts.wo.rows_alike and theta.router.wg.rows_alike
+        for number in range(1 if alike else 4, 9):
+            got = layer.FProp(theta, x[:, :number], tf.zeros([1, number]))[0]
+            np.testing.assert_array_equal(got, want[:, :number], err_msg=f"{pack} {number}")
 
-for dim in (64, 512, 601, 1024):
-    for beam_size in (1, 4):
-        check(PackAs(beam_size=beam_size), dim)
+for beam_size in (1, 4):
+    for dim, columns in ((64, 96), (256, 600), (512, 512), (601, 24), (1024, 96)):
+        check(PackAs(beam_size=beam_size), dim, columns)
+    check_experts(PackAs(beam_size=beam_size))
 """
 
 
 def test_a_row_rounds_the_same_in_every_batch():
-    """Products by packed weights of up to 20 rows, static and open, as our commands have them: by oneDNN."""
+    """Products by packed weights, and experts, of up to 20 rows, static and open, by oneDNN as in our commands."""
     run = run_python("-c", _ROWS, env={"TF_ENABLE_ONEDNN_OPTS": "1"})
     assert run.returncode == 0, run.stderr
