@@ -22,6 +22,7 @@ from tools import _cli
 
 ROOT = Path(__file__).resolve().parent.parent
 _MACHINE = "Measured on "
+_MOST_TO_SAVE = 60.0  # seconds
 
 
 def define_contender_flags(flags: Flags, ours: Collection[str], peers: Collection[str]) -> None:
@@ -108,9 +109,13 @@ class Process:
         raise ChildProcessError(f"{self.name} ended: {errors.strip()[-2000:]}")
 
     def Stop(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.communicate()
+        """Ends the process, which may first save its work."""
+        self._process.terminate()
+        try:
+            self._process.communicate(timeout=_MOST_TO_SAVE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
         self._errors.close()
 
 

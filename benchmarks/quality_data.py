@@ -23,7 +23,8 @@ class Data:
 
     Attributes:
         directory: train.source, train.target, dev.source and dev.target, a pair a line, its pieces separated by
-            spaces; VOCABULARIES, the pieces of each side by id; HELD_OUT, (language, source, target) of each dev pair.
+            spaces; VOCABULARIES, the pieces of each side by id; HELD_OUT, (language, source, target) of each dev pair;
+            vocab/, the vocabularies as our runs read them.
         held_out: the dev pairs by language.
         train_pairs: the training pairs of each language.
         lengths: the tokens of each dev pair's target, the end of the sentence included.
@@ -57,6 +58,9 @@ def write_data(directory: Path, inputs: MtInput, most: int) -> Data:
     vocabs = [inputs.vocabs[side] for side in SIDES]
     pieces = {side: v.Pieces(range(v.size)) for side, v in zip(SIDES, vocabs)}
     _write_json(directory / VOCABULARIES, pieces)
+    (directory / "vocab").mkdir(exist_ok=True)
+    for side, vocabulary in zip(SIDES, vocabs):
+        files.write_atomic(directory / "vocab" / f"{side}.model", vocabulary.model_bytes)
     kept, too_long = [], [0, 0]
     train_pairs = dict.fromkeys(inputs.languages, 0)
     for number, (language, count) in enumerate(inputs.languages.items()):

@@ -8,14 +8,17 @@
         --joeynmt_rates=0.0005,0.001,0.002 --output=joeynmt_rates
     python -m benchmarks.quality_peers --corpus=CORPUS --cpu_seconds=4000 --experts=2,4,8,16,24,64 \
         --routers=hash,top1,top2 --seeds=1,2,3 --output=frontier
+    python -m benchmarks.quality_peers --corpus=CORPUS --only=bilingual,dense,experts --cpu_seconds=20000 --output=m4
 
 CORPUS is what tools.build_corpus makes; PEERS is the environment that benchmarks/install_peers.sh --joeynmt makes.
 All contenders train on the same pairs in the same SentencePiece pieces, each in a process of its own on one core. CPU
 seconds count from the end of the first step, without those of scoring. The held-out loss is measured at 1/8, 1/4, 1/2
 and all of them, on the same pairs; BLEU and chrF at the end. All learning rates decay in the last tenth of each of
-these times: a run at a stable rate goes through all of them, and a branch of it decays to each. After an interruption
-the same command keeps the contenders that were finished and begins the others again. Writes OUTPUT/results.json and
-OUTPUT/table.md.
+these times: a run at a stable rate goes through all of them, and a branch of it decays to each. A model for each
+language (bilingual) has its share of the time, so that all of them cost what one model of all languages does. After an
+interruption the same command keeps the contenders that were finished, goes on with ours and begins JoeyNMT again.
+Writes OUTPUT/results.json, OUTPUT/table.md and, with bilingual models, a picture of how far each other contender is
+ahead of them.
 """
 
 import json
@@ -60,7 +63,7 @@ ROUTERS = {
     "top1": ("each token to its best", f"{_TOP}1"),
     "top2": ("each token to its best two", f"{_TOP}2"),
 }
-DENSE, JOEYNMT = "dense", "joeynmt"
+DENSE, BILINGUAL, JOEYNMT = "dense", "bilingual", "joeynmt"
 OURS = (*_BEGINNINGS, DENSE)
 # Steps of warm-up, padded tokens a side of a batch, the part of each time in which rates decay, which is ours.
 _JOEYNMT_SETTINGS = {"warmup": 200, "batch_tokens": 1024, "decay_share": 0.1}
@@ -74,7 +77,7 @@ def define_flags() -> Flags:
     flags = Flags("python -m benchmarks.quality_peers", __doc__)
     flags.DEFINE_path("corpus", None, "the directory of tools.build_corpus", required=True)
     flags.DEFINE_path("output", "quality_peers", "directory for everything", portable=True)
-    define_contender_flags(flags, OURS, (JOEYNMT,))
+    define_contender_flags(flags, (*OURS, BILINGUAL), (JOEYNMT,))
     flags.DEFINE_list("languages", (), "the source languages (default: all of the corpus)")
     flags.DEFINE_float("cpu_seconds", 1500.0, "of training, for each", checks.POSITIVE)
     flags.DEFINE_numbers("seeds", (1,), "each contender trains with each of them", checks.SIZE)
@@ -109,6 +112,8 @@ class Comparison:
         _cli.load_tensorflow()
         from benchmarks.quality_data import write_data
         from lingvo_moe.core.console.waiting import LineProgress
+        from lingvo_moe.core.pages import drawing
+        from lingvo_moe.tasks.mt.reports.report_page import draw_deltas
 
         self._params = registry.GetParams(self._args.model, self._override())
         inputs = self._params.input.Instantiate()
@@ -126,6 +131,8 @@ class Comparison:
         files.write_json(self._out / "results.json", content)
         text = quality_report.table(about, results)
         files.write_atomic(self._out / "table.md", text.encode() + b"\n")
+        for name, curve in quality_report.deltas(results).items():
+            files.write_atomic(self._out / f"{name}.svg", drawing.picture(draw_deltas)(curve))
         print(text)
         if self._args.update:
             update_page(PAGE, "benchmarks.quality_peers", f"{text}\n\nMeasured on {host()}.")
@@ -179,12 +186,14 @@ class Comparison:
                     for rate in a.rates:
                         of_rate = f"{says}, learning rate {rate:g}"
                         setup = shared | self._ours(override, rate, seed)
+                        setup["bilingual"] = kind == BILINGUAL
                         yield f"{name}_{rate}_seed{seed}", of_rate, setup
 
     def _models(self, kind: str) -> Iterator[tuple[str, str, str]]:
         """(name, description, override) of our models of a kind."""
-        if kind == DENSE:
-            yield DENSE, "here, no experts", "task.num_experts=0"
+        if kind in (DENSE, BILINGUAL):
+            what = "no experts" if kind == DENSE else "a model for each language"
+            yield kind, f"here, {what}", "task.num_experts=0"
             return
         begins, beginning = _BEGINNINGS[kind]
         for count in self._args.experts:
@@ -197,9 +206,10 @@ class Comparison:
     def _ours(self, override: str, rate: float, seed: int) -> dict[str, Any]:
         schedule = f"{_RATE}=wsd;{_RATE}.value={rate};{_RATE}.warmup_steps={_WARMUP}"
         seeds = f"task.seed={seed}", f"input.seed={seed}"
+        pieces = f"input.vocab_dir={registry.escape(str(self._out / 'data' / 'vocab'))}"
         return {
             "model": self._args.model,
-            "override": self._override(override, schedule, *seeds),
+            "override": self._override(override, schedule, *seeds, pieces),
             "use_ema": bool(self._params.task.ema_decay),
         }
 
@@ -229,19 +239,30 @@ class Comparison:
             raise ValueError(
                 f"{file} has results of another {', '.join(other)}; give another --output or delete {directory}"
             )
-        answers = self._train(directory, setup)
+        answers = self._train_all(directory, setup)
         result = {"name": name, "says": says, "setup": setup, **self._scores(name, answers)}
         files.write_json(file, result)
         return result
 
+    def _train_all(self, directory: Path, setup: dict[str, Any]) -> list[dict[str, Any]]:
+        """Runs a contender's process, or that of each language's model; returns what was reported."""
+        if not setup.get("bilingual"):
+            return self._train(directory, setup)
+        languages = list(self._data.held_out)
+        points = [seconds / len(languages) for seconds in setup["points"]]
+        answers = []
+        for language in languages:
+            alone = f"{setup['override']};input.languages=['{language}']"
+            more = {"points": points, "languages": [language], "override": alone}
+            answers.append(self._train(directory / language, setup | more))
+        return [quality_report.together(parts) for parts in zip(*answers, strict=True)]
+
     def _train(self, directory: Path, setup: dict[str, Any]) -> list[dict[str, Any]]:
-        """Runs a contender's process; returns what it reported."""
+        """Runs a contender's process, which goes on where an earlier one was stopped; returns what it reported."""
         import shutil
 
         from lingvo_moe.core.console.waiting import LineProgress
 
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir()
         data = self._data.directory
         paths = {
             "run": str(directory / "run"),
@@ -249,9 +270,12 @@ class Comparison:
             "data": str(data),
             "held_out": str(data / "held_out.json"),
         }
-        file = directory / "setup.json"
+        file, is_peer = directory / "setup.json", "learning_rate" in setup
+        if is_peer or not file.is_file() or json.loads(file.read_text()) != {**setup, **paths}:
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
         files.write_json(file, {**setup, **paths})
-        if "learning_rate" in setup:
+        if is_peer:
             command = [self._args.peers, str(ROOT / "benchmarks" / "peers" / "train_joeynmt.py")]
         else:
             command = [sys.executable, "-m", "benchmarks.quality_worker"]

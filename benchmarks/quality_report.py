@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from lingvo_moe.core.pages.tables import Table, markdown, numbers, words
+from lingvo_moe.tasks.mt.quality.baselines import delta_curve
 from lingvo_moe.tasks.mt.quality.intervals import with_margin
 
 _MOST_LISTED = 12
+_BILINGUAL = "bilingual_"  # how the names of such runs begin
 
 
 def point(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,11 +62,83 @@ def progress(name: str, answer: Mapping[str, Any], seconds: float) -> str:
     return f"{begin}, held-out loss {point(answer)['loss']:.4f}"
 
 
-def table(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a row for each contender, the mean of its seeds, in the order of the results."""
+def together(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What models of a language each reported, at a point or at the end, as if one model had: see peers/budget.py."""
+
+    def added(name: str) -> Any:
+        values = [answer[name] for answer in answers]
+        if isinstance(values[0], str):  # the same for all
+            return values[0]
+        return sum(values, [] if isinstance(values[0], list) else 0)
+
+    return {name: added(name) for name in answers[0]}
+
+
+def by_language(results: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: BLEU of each language, most training pairs first, and how far it is ahead of a model of the language.
+
+    Empty without bilingual models.
+    """
+    by_says = _by_says(results)
+    base = next((runs for runs in by_says.values() if _is_bilingual(runs)), None)
+    if not base:
+        return ""
+    pairs = results[0]["setup"]["train_pairs"]
+    ranked = sorted(pairs, key=lambda language: -pairs[language])
+    others = {says: runs for says, runs in by_says.items() if runs is not base}
+    alone = _bleu(base)
+
+    def row(title: str, count: str, languages: Sequence[str]) -> list[str]:
+        def mean(bleu: Mapping[str, float]) -> float:
+            return statistics.mean(bleu[language] for language in languages)
+
+        means = [mean(_bleu(runs)) for runs in others.values()]
+        shown = [f"{value:.1f} ({value - mean(alone):+.1f})" for value in means]
+        return [title, count, f"{mean(alone):.1f}", *shown]
+
+    rows = [row(language, f"{pairs[language]:,}", [language]) for language in ranked]
+    rows.append(row("all", f"{sum(pairs.values()):,}", ranked))
+    columns = words("BLEU") + numbers("training pairs", base[0]["says"], *others)
+    return markdown(Table(columns, rows)).rstrip()
+
+
+def deltas(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The curve of the paper's figure 6 of each contender but the bilingual ones, by its first run's name."""
+    by_says = _by_says(results)
+    alone = next((_bleu(runs) for runs in by_says.values() if _is_bilingual(runs)), None)
+    if not alone:
+        return {}
+    pairs = results[0]["setup"]["train_pairs"]
+
+    def curve(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        ahead = {k: {"bleu": bleu - alone[k]} for k, bleu in _bleu(runs).items()}
+        entries = {k: {"train_pairs": pairs[k], "delta": delta} for k, delta in ahead.items()}
+        return delta_curve({"languages": entries})
+
+    return {runs[0]["name"]: curve(runs) for runs in by_says.values() if not _is_bilingual(runs)}
+
+
+def _by_says(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The runs of each contender, those of its seeds, by what is said of it."""
     by_says: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         by_says.setdefault(result["says"], []).append(result)
+    return by_says
+
+
+def _is_bilingual(runs: Sequence[Mapping[str, Any]]) -> bool:
+    return runs[0]["name"].startswith(_BILINGUAL)
+
+
+def _bleu(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """BLEU of each language, the mean over seeds."""
+    languages = runs[0]["languages"]
+    return {k: statistics.mean(run["languages"][k]["bleu"] for run in runs) for k in languages}
+
+
+def table(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a row for each contender, the mean of its seeds, in the order of the results."""
+    by_says = _by_says(results)
     parts = [p / results[0]["setup"]["points"][-1] for p in results[0]["setup"]["points"]]
     heads = [f"loss at {about['cpu_seconds'] * part:,.0f} s" for part in parts]
     too_long = " and ".join(f"{n:,}" for n in about["too_long"])
@@ -72,8 +146,9 @@ def table(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str
         f"{_languages(about['languages'])} into English,"
         f" {about['train_pairs']:,} training pairs, {about['held_out_pairs']:,} held-out pairs of"
         f" {about['held_out_tokens']:,} target tokens; {too_long} longer pairs are left out for all."
-        f" One core, {about['cpu_seconds']:,.0f} CPU seconds of training each. Loss in nats a target token, without"
-        f" label smoothing; BLEU and chrF are means over the languages, beam {about['beam_size']}."
+        f" One core, {about['cpu_seconds']:,.0f} CPU seconds of training each{_shared(results)}."
+        f" Loss in nats a target token, without label smoothing; BLEU and chrF are means over the languages, beam"
+        f" {about['beam_size']}."
     )
     figures = numbers("parameters", "steps", "target tokens seen", *heads, "BLEU", "chrF")
     rows = [_row(says, runs) for says, runs in by_says.items()]
@@ -82,7 +157,12 @@ def table(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str
         figures += numbers("ahead of no experts by")
         for row, runs in zip(rows, by_says.values(), strict=True):
             row.append(_ahead(runs, without, about["lengths"]))
-    return f"{about_all}\n\n{markdown(Table(words('') + figures, rows))}".rstrip()
+    contenders = markdown(Table(words("") + figures, rows)).rstrip()
+    return "\n\n".join(part for part in (about_all, contenders, by_language(results)) if part)
+
+
+def _shared(results: Sequence[Mapping[str, Any]]) -> str:
+    return ", models of a language all together" * any(_is_bilingual([run]) for run in results)
 
 
 def _best(rows: Sequence[Sequence[Mapping[str, Any]]]) -> Sequence[Mapping[str, Any]]:

@@ -30,6 +30,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     pairs = json.loads(Path(setup["held_out"]).read_text())
+    pairs = [pair for pair in pairs if pair[0] in setup.get("languages", pair)]
     parameters, run, step = train(setup, pairs)
     report(
         "end",
@@ -46,29 +47,40 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, str, int]
 
     A run at a stable rate is trained on from one number to the next. Before each, a branch of it decays: it takes over
     the run's state and has the last part of the time. Experts that have not grown out of dense layers by then do so
-    where the branch begins.
+    where the branch begins. Runs that an earlier process began go on, and branches that it ended are only scored.
     """
     from lingvo_moe.core.config import registry
-    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.task import inspect
     from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
     stable, whole = setup["run"], registry.GetParams(setup["model"], setup["override"])
     share = 1.0 - whole.task.optimizer.learning_rate.decay_share
     for seconds in setup["points"]:
-        train_to(
-            setup, stable, f"train.max_cpu_seconds={share * seconds};{RATE}.total_steps={NEVER}"
-        )
         decayed = f"{stable}-{seconds:g}"
-        from_stable = f"--init_from={begun(stable)}", "--init_from_state"
-        train_to(setup, decayed, f"train.max_cpu_seconds={seconds}", *from_stable)
-        run = TextRunDir(decayed)
-        with Checkpointer(str(run.checkpoint_dir), read_only=True) as saved:
-            step = saved.Steps()[-1]
-            used = saved.ReadExtra(step)["used"]
+        if last_step(decayed)[1]["cpu_seconds"] < seconds:
+            train_to(
+                setup, stable, f"train.max_cpu_seconds={share * seconds};{RATE}.total_steps={NEVER}"
+            )
+            from_stable = f"--init_from={begun(stable)}", "--init_from_state"
+            train_to(setup, decayed, f"train.max_cpu_seconds={seconds}", *from_stable)
+        step, used = last_step(decayed)
         point = {"cpu_seconds": used["cpu_seconds"], "trained_tokens": int(used["units"])}
         report("point", step=step, **point, **held_out(setup, decayed, pairs, step))
-    return inspect.count_parameters(run.Task().VariableSpecs().Flatten()), decayed, step
+    parameters = inspect.count_parameters(TextRunDir(decayed).Task().VariableSpecs().Flatten())
+    return parameters, decayed, step
+
+
+def last_step(run: str) -> tuple[int, dict[str, float]]:
+    """The last step that a run saved, and the CPU seconds and units that it has used; of a run that has none, zeros."""
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+    from lingvo_moe.core.runs.run_dir import RunDir
+
+    directory = Path(RunDir(run).checkpoint_dir)
+    if directory.is_dir():
+        with Checkpointer(str(directory), read_only=True) as saved:
+            if (step := saved.LatestStep()) is not None:
+                return step, saved.ReadExtra(step)["used"]
+    return 0, {"cpu_seconds": 0.0, "units": 0.0}
 
 
 def begun(run: str) -> str:

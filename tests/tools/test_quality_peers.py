@@ -225,19 +225,81 @@ def test_a_branch_takes_over_the_dense_run_until_experts_have_grown(tmp_path):
     assert quality_worker.begun(str(run)) == str(run)
 
 
+def test_the_table_of_languages_has_most_pairs_first_and_the_lead_over_their_own_models():
+    def run(name, says, first, second):
+        scores = {"aa": {"bleu": first}, "bb": {"bleu": second}}
+        setup = {"train_pairs": {"aa": 10, "bb": 2000}}
+        return {"name": name, "says": says, "languages": scores, "setup": setup}
+
+    alone = run("bilingual_0.03_seed1", "alone", 10.0, 20.0)
+    both = [run("dense_1", "dense", 11.0, 18.0), run("dense_2", "dense", 13.0, 20.0)]
+    rows = quality_report.by_language([*both, alone]).splitlines()[2:]
+    assert rows == [
+        "| bb | 2,000 | 20.0 | 19.0 (-1.0) |",
+        "| aa | 10 | 10.0 | 12.0 (+2.0) |",
+        "| all | 2,010 | 15.0 | 15.5 (+0.5) |",
+    ]
+    curve = quality_report.deltas([*both, alone])["dense_1"]
+    assert (curve["languages"], curve["delta_bleu"]) == (["bb", "aa"], [-1.0, 2.0])
+    assert quality_report.by_language(both) == "" and not quality_report.deltas(both)
+
+
+def test_a_model_for_each_language_is_a_contender(corpus, tmp_path, monkeypatch):
+    """Each has its share of the time and its language's pairs, and all together count as one."""
+    setups = []
+
+    def train(self, directory, setup):
+        setups.append(setup)
+        held_out = self._data.held_out
+        pairs = [pair for k in setup.get("languages", held_out) for pair in held_out[k]]
+        lengths = [len(self._target.Encode(target)) + 1 for _, target in pairs]
+        now = {"step": 2, "trained_tokens": 5, "tokens": sum(lengths)}
+        now |= {"log_probs": [-3.0 * n for n in lengths], "kind": "point"}
+        points = [now | {"cpu_seconds": seconds} for seconds in setup["points"]]
+        texts = [target if setup["bilingual"] else target.split()[0] for _, target in pairs]
+        end = {"kind": "end", "parameters": 7, "version": "0", "hypotheses": texts}
+        return [*points, end]
+
+    monkeypatch.setattr(quality_peers.Comparison, "_train", train)
+    flags = _flags(corpus, tmp_path, "--only=bilingual,dense", "--cpu_seconds=80")
+    assert quality_peers.main(flags) == 0
+    alone, other, _ = setups
+    assert alone["languages"] == ["aa"] and other["languages"] == ["bb"]
+    assert alone["points"] == [5.0, 10.0, 20.0, 40.0]
+    for setup, language in ((alone, "aa"), (other, "bb")):
+        assert registry.GetParams("mt.M4Tiny", setup["override"]).input.languages == [language]
+    result, _ = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert [point["cpu_seconds"] for point in result["curve"]] == [10.0, 20.0, 40.0, 80.0]
+    assert result["curve"][-1]["loss"] == pytest.approx(3.0)
+    assert (result["parameters"], result["curve"][0]["step"]) == (14, 4)
+    assert (tmp_path / "dense_0.03_seed1.svg").stat().st_size > 1000
+
+
 @pytest.mark.slow
 def test_our_model_is_trained_and_scored(corpus, tmp_path, capsys, monkeypatch):
-    """Two times are scored: a stable run, a branch that decays, more of the stable run, and another branch."""
+    """Two times are scored: a stable run, a branch that decays, more of the stable run, and another branch.
+
+    The command is stopped after the first time, and goes on behind it.
+    """
     monkeypatch.setattr(quality_peers, "POINTS", (1 / 4, 1))
     flags = _flags(corpus, tmp_path / "out", "--only=dense", "--cpu_seconds=3", "--beam_size=1")
     small = "task.num_encoder_layers=1;task.num_decoder_layers=1;task.repeat=False"
     flags.append(f"--model_params_override={small}")
+    runs = tmp_path / "out" / "dense_0.03_seed1"
+    with monkeypatch.context() as context:
+        line = contenders.Process.Line
+        after = iter([False, True])
+        context.setattr(
+            contenders.Process, "Line", lambda *a: _raise() if next(after) else line(*a)
+        )
+        assert quality_peers.main(flags) == 130
+    first_branch = (runs / "run-0.75" / "train" / "metrics.jsonl").read_bytes()
     assert quality_peers.main(flags) == 0
+    assert (runs / "run-0.75" / "train" / "metrics.jsonl").read_bytes() == first_branch
     (result,) = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     first, *_, last = result["curve"]
     assert last["loss"] < first["loss"] and first["step"] < last["step"]
     assert last["cpu_seconds"] >= 3.0
-    runs = tmp_path / "out" / "dense_0.03_seed1"
     rates = {}
     for name in ("run", "run-0.75", "run-3"):
         found = read_metrics(str(runs / name / "train"))

@@ -69,7 +69,7 @@ def _against(scores: dict[str, Any]) -> Missing | dict[str, Any]:
             f"python -m tools.evaluate --logdir={run} --baselines=BILINGUAL --rescore",
         )
     alt = f"delta BLEU of {len(curve['languages'])} languages, by training pairs"
-    picture = drawing.svg(_draw_deltas(curve), alt)
+    picture = drawing.svg(styled(draw_deltas)(curve), alt)
     return {"picture": picture, "window": curve["window"]}
 
 
@@ -132,8 +132,7 @@ def _draw_learning_rates(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-@styled
-def _draw_deltas(curve: Mapping[str, Any]) -> Figure:
+def draw_deltas(curve: Mapping[str, Any]) -> Figure:
     """Delta BLEU by language, most training pairs first, and its mean over a sliding window (figure 6)."""
     figure, axes = plt.subplots(figsize=(5.6, 3.2))
     places = range(len(curve["languages"]))
