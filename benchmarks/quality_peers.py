@@ -38,6 +38,7 @@ from benchmarks.contenders import (
 )
 from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.interrupt import StopRequest
 from lingvo_moe.core.decode.ranges import BEAM_SIZE
 from lingvo_moe.core.files import files
 from tools import _cli
@@ -97,7 +98,8 @@ def define_flags() -> Flags:
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
     interrupted = "stopped; the same command keeps the contenders that were finished"
-    return _cli.attempt("quality_peers", lambda: Comparison(args).Run(), interrupted)
+    with StopRequest() as stop, stop.AtOnce():  # a contender that trains ends, too
+        return _cli.attempt("quality_peers", lambda: Comparison(args).Run(), interrupted)
 
 
 class Comparison:
