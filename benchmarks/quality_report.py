@@ -63,7 +63,7 @@ def progress(name: str, answer: Mapping[str, Any], seconds: float) -> str:
 
 
 def together(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What models of a language each reported, at a point or at the end, as if one model had: see peers/budget.py."""
+    """Joins reports of models of a language each, of one point or of the end, into that of one: see peers/budget.py."""
 
     def added(name: str) -> Any:
         values = [answer[name] for answer in answers]

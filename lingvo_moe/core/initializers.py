@@ -11,14 +11,15 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config import checks
 
-_METHODS = ("constant", "uniform", "gaussian", "truncated_gaussian")
+_METHODS = ("constant", "uniform", "gaussian", "truncated_gaussian", "permutation")
 
 
 @dataclass(frozen=True)
 class WeightInit:
     """The distribution of a variable's initial values."""
 
-    # One of constant, uniform (in [-scale, scale]), gaussian and truncated_gaussian (standard deviation `scale`).
+    # One of constant, uniform (in [-scale, scale]), gaussian and truncated_gaussian (standard deviation `scale`), and
+    # permutation (of 0 to n - 1, times `scale`, along the last dimension).
     method: str
     scale: float  # see `method`
 
@@ -47,6 +48,10 @@ class WeightInit:
         return cls("truncated_gaussian", scale)
 
     @classmethod
+    def Permutation(cls) -> "WeightInit":
+        return cls("permutation", 1.0)
+
+    @classmethod
     def FanIn(cls, fan_in: int) -> "WeightInit":
         """Truncated Gaussian with standard deviation 1/sqrt(fan_in), as every projection here has."""
         return cls("truncated_gaussian", 1 / math.sqrt(fan_in))
@@ -63,6 +68,9 @@ class WeightInit:
             value = randomness.normal(seed, shape) * self.scale
         elif self.method == "truncated_gaussian":
             value = randomness.truncated_normal(seed, shape) * self.scale
+        elif self.method == "permutation":
+            order = tf.argsort(randomness.uniform(seed, shape), stable=True)
+            value = tf.cast(order, tf.float32) * self.scale
         else:
             value = (2 * randomness.uniform(seed, shape) - 1) * self.scale
         return tf.cast(value, dtype)

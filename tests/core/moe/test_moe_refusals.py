@@ -40,7 +40,7 @@ def _layer(**params):
     ("top_k", {"k": 1, "normalize_gates": "before_drops"}, "make every gate 1, which trains"),
     ("expert_choice", {"inference_k": 7}, "router.inference_k=7"),
     ("hash", {"table": "modula"}, "did you mean 'modular'"),
-    ("hash", {}, "vocab_size=0: a random table needs"),
+    ("hash", {}, "vocab_size=0: a by_layer table needs"),
     ("hash", {"table": "modular", "k": 7}, "k=7: must be between 1 and the 6 experts"),
     ("lsh", {"hash": "planes"}, "did you mean 'hyperplanes'"),
     ("lsh", {"hash": "hyperplanes"}, "2^n experts, not 6"),

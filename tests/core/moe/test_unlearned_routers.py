@@ -13,6 +13,7 @@ from router_testing import SEED, check, route, router
 from lingvo_moe.core.config.hyperparams import ParamError
 from lingvo_moe.core.initializers import check_initial_values
 from lingvo_moe.core.moe.routers.unlearned import spread
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.tasks.mt.reports.expert_tables import balanced
 
@@ -87,9 +88,25 @@ def test_a_table_follows_the_counts_until_an_expert_is_full():
     assert len(set(numbers_V.tolist())) == 6
 
 
-def test_random_hash_is_a_fixed_balanced_table():
+def test_the_table_of_a_layer_is_a_permutation_that_no_other_layer_has():
     V, E = 40, 4
     layer = router("hash", 8, E, vocab_size=V)
+    (spec,) = layer.VariableSpecs().Flatten()
+    assert not spec.trainable
+    tables_LV = spec.Stacked(3, None).Init(make_seed(1, 0)).numpy()
+    assert (np.sort(tables_LV) == np.arange(V)).all()
+    assert len({tuple(table_V % E) for table_V in tables_LV}) == 3
+    ids = np.arange(V).reshape(1, V)
+    x, none = np.zeros((1, V, 8)), np.zeros((1, V))
+    theta = NestedMap(table=tables_LV[2])
+    first = route(layer, x, none, None, context={"ids": ids}, theta=theta).expert_index.numpy()
+    assert first[0, :, 0].tolist() == (tables_LV[2] % E).tolist()
+    assert np.bincount(first.ravel()).tolist() == [10] * 4
+
+
+def test_random_hash_is_a_fixed_balanced_table():
+    V, E = 40, 4
+    layer = router("hash", 8, E, vocab_size=V, table="random")
     ids = np.arange(V).reshape(1, V)
     x, none = np.zeros((1, V, 8)), np.zeros((1, V))
     first = route(layer, x, none, None, context={"ids": ids}).expert_index.numpy()
@@ -97,7 +114,7 @@ def test_random_hash_is_a_fixed_balanced_table():
     again = route(layer, x + 1, none, None, context={"ids": ids[:, ::-1]}).expert_index.numpy()
     np.testing.assert_array_equal(first[:, ::-1], again)  # nothing but the token decides
     assert (first.ravel() != np.arange(V) % E).any()
-    other = router("hash", 8, E, vocab_size=V, table_seed=1)
+    other = router("hash", 8, E, vocab_size=V, table="random", table_seed=1)
     other = route(other, x, none, None, context={"ids": ids}).expert_index.numpy()
     assert (first != other).any()
 

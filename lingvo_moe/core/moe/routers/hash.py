@@ -19,12 +19,13 @@ from lingvo_moe.core.config.hyperparams import (
     ParamError,
     Params as HyperParams,
 )
-from lingvo_moe.core.initializers import InitOfVariable
+from lingvo_moe.core.initializers import InitOfVariable, WeightInit
 from lingvo_moe.core.moe.routers.losses_and_metrics import Choice
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter, spread
 from lingvo_moe.core.nested_map import NestedMap
 
-TABLES = ("random", "modular", "file")
+TABLES = ("by_layer", "random", "modular", "file")
+_VARIABLES = ("by_layer", "file")  # tables that are a variable
 
 
 class TableInit(InitOfVariable):
@@ -60,24 +61,28 @@ class TableInit(InitOfVariable):
 
 
 class HashRouter(UnlearnedRouter):
-    """Every occurrence of a token goes to the same k experts, in every layer and sentence.
+    """Every occurrence of a token goes to the same k experts of a layer, in every sentence.
 
-    * 'random' (default): the vocabulary is shuffled once, by `table_seed`, and dealt out, so that
-      each expert has V/E tokens of it, give or take one. Tokens differ in how often they occur, so
-      the load is less even than the table; the paper's balanced table counts occurrences.
+    * 'by_layer' (default): each layer shuffles the vocabulary by itself and deals it out, so that each expert has V/E
+      tokens of it, give or take one. Tokens that share an expert in one layer rarely do in the next. Tokens differ in
+      how often they occur, so the load is less even than the table; the paper's balanced table counts occurrences.
+    * 'random': the same, but shuffled once for all layers, by `table_seed`.
     * 'modular': token mod E; no table, and neighbours in the vocabulary (which SentencePiece sorts
       by frequency) go to different experts.
-    * 'file': a table for each layer, of a trained model's choices, from `table_file`. It is a variable that is not
-      trained, so it is read only where weights begin, and goes with the checkpoints.
+    * 'file': a table for each layer, of a trained model's choices, from `table_file`.
 
-    Balanced the same for each of k choices: see `unlearned.spread`.
+    A table of each layer is a variable that is not trained: it is drawn or read only where weights begin, and goes with
+    the checkpoints. Balanced the same for each of k choices: see `unlearned.spread`.
     """
 
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define(
-            "table", "random", f"One of {', '.join(TABLES)}: see the class.", checks.one_of(TABLES)
+            "table",
+            "by_layer",
+            f"One of {', '.join(TABLES)}: see the class.",
+            checks.one_of(TABLES),
         )
         p.Define(
             "table_file",
@@ -110,11 +115,11 @@ class HashRouter(UnlearnedRouter):
                 f"{self.path}.vocab_size={p.vocab_size}: a {p.table} table needs the size of the "
                 "vocabulary; table='modular' does not"
             )
-        if p.table == "file":
-            if not p.table_file:
-                why = "table='file' needs a file of tools.report --tables_dir"
-                raise ParamError(f"{self.path}.table_file", "''", why)
-            init = TableInit(p.table_file)
+        if p.table == "file" and not p.table_file:
+            why = "table='file' needs a file of tools.report --tables_dir"
+            raise ParamError(f"{self.path}.table_file", "''", why)
+        if p.table in _VARIABLES:
+            init = TableInit(p.table_file) if p.table == "file" else WeightInit.Permutation()
             self.CreateVariable(
                 "table", WeightParams((p.vocab_size,), "V", init, "float32", trainable=False)
             )
@@ -128,8 +133,8 @@ class HashRouter(UnlearnedRouter):
         seed: tf.Tensor | None = None,
         context: NestedMap | None = None,
     ) -> Choice:
-        """See `Router`; with table 'file' theta holds table [V]."""
-        if self.p.table == "file":
+        """See `Router`; with a table of each layer theta holds table [V]."""
+        if self.p.table in _VARIABLES:
             assert context is not None
             # A moving average of the weights may be off by its rounding.
             number_GS = tf.gather(tf.cast(tf.round(theta.table), tf.int32), context.ids)
