@@ -12,6 +12,7 @@ Letters: R row, M and N the dimensions of a weight, P block, W column of a block
 """
 
 import functools
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,24 +35,25 @@ class FloatBlocks(Matrix):
     """A weight [M,N] in blocks [P,M,W] of the type of the activations; a leaf of packed weights.
 
     Attributes:
-        blocks_PMW: the columns, in order; the last block is filled up with zeros.
-        columns: N; None: all columns of the blocks.
+        blocks_PMW: the columns, in order; the last block is filled up with zeros, and there may be more of zeros.
+        columns: N.
     """
 
-    def __init__(self, blocks_PMW: Any, columns: int | None):
+    def __init__(self, blocks_PMW: Any, columns: int | tf.Tensor):
         self.blocks_PMW, self.columns = blocks_PMW, columns
 
     @classmethod
     def Of(cls, w_MN: tf.Tensor, head_size: int = 0) -> "FloatBlocks":
-        """Packs a weight [M,N]. If N is unknown while tracing, it must be a multiple of WIDTH.
+        """Packs a weight [M,N]; N may be unknown while tracing.
 
         With a head size K, which must divide N, the blocks divide each head's columns.
         """
-        rows, columns = w_MN.shape
+        rows, columns = w_MN.shape[0], dim(w_MN, 1)
         width = head_size if head_size % _block_width() else _block_width()
-        size = tf.shape(w_MN)[1] if columns is None else columns
-        blocks = -(-size // width)
-        w_MN = tf.pad(w_MN, [[0, 0], [0, blocks * width - size]])
+        blocks = -(-columns // width)
+        if not isinstance(blocks, int) or blocks > 1:
+            blocks += -blocks % _threads()
+        w_MN = tf.pad(w_MN, [[0, 0], [0, blocks * width - columns]])
         return cls(tf.transpose(tf.reshape(w_MN, [rows, blocks, width]), [1, 0, 2]), columns)
 
     @property
@@ -79,17 +81,19 @@ class FloatBlocks(Matrix):
 
     def HeadsProduct(self, x_RM: tf.Tensor, heads: int) -> tf.Tensor:
         y_PRW = self._ByBlock(x_RM, "PRW")
-        blocks, _, width = self.blocks_PMW.shape
+        width = self.blocks_PMW.shape[2]
+        blocks = self.columns // width
+        y_PRW = y_PRW if blocks == y_PRW.shape[0] else y_PRW[:blocks]
         if blocks == heads:
             return y_PRW
         y_NPRW = tf.reshape(y_PRW, [heads, blocks // heads, -1, width])
         return tf.reshape(tf.transpose(y_NPRW, [0, 2, 1, 3]), [heads, -1, blocks // heads * width])
 
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
-        blocks, _, width = self.blocks_PMW.shape
-        blocks = tf.shape(self.blocks_PMW)[0] if blocks is None else blocks
+        blocks, width = dim(self.blocks_PMW, 0), self.blocks_PMW.shape[2]
         y_RN = tf.reshape(self._ByBlock(x_RM, "RPW"), [-1, blocks * width])
-        return y_RN if self.columns in (None, blocks * width) else y_RN[:, : self.columns]
+        exact = isinstance(blocks, int) and self.columns == blocks * width
+        return y_RN if exact else y_RN[:, : self.columns]
 
 
 class FloatRows(Matrix):
@@ -233,6 +237,19 @@ def _even_rows(x_RM: tf.Tensor, rows: int | tf.Tensor) -> tf.Tensor:
     if isinstance(rows, int):
         return tf.pad(x_RM, [[0, _MORE[rows % 6]], [0, 0]]) if _MORE[rows % 6] else x_RM
     return tf.pad(x_RM, tf.gather([[[0, more], [0, 0]] for more in _MORE], rows % 6))
+
+
+def _threads() -> int:
+    """The number of which that of the blocks must be a multiple.
+
+    Without AVX-512, oneDNN gives each thread an equal part of a product's numbers. Where a block's rows fell to two
+    threads, each would add them up as a batch of so few.
+    """
+    if processor.has_avx512():
+        return 1
+    chosen = tf.config.threading.get_intra_op_parallelism_threads()
+    chosen = chosen or int(os.environ.get("TF_NUM_INTRAOP_THREADS") or 0)
+    return chosen or len(os.sched_getaffinity(0))
 
 
 def _block_width() -> int:

@@ -69,7 +69,7 @@ class Softmax(BaseLayer):
 
         Args:
             theta: from `PackWeights`.
-            ids: int32 [U]. If U is unknown while tracing, it must be a multiple of packed_weights.WIDTH.
+            ids: int32 [U]; U may be unknown while tracing.
         """
         some = NestedMap(theta, table=tf.gather(theta.table, ids))
         packed = self.PackWeights(some, PackAs()).packed_table

@@ -141,10 +141,13 @@ class Generator(Exportable, Texts):
         specs = [tf.TensorSpec([None, *SETTINGS[n].shape], SETTINGS[n].dtype, n) for n in names]
         self.generate = _function(self._Generate, [*prompt, *specs])
         parts = (vars(o), allowed.size, np.flatnonzero(~allowed).tolist(), vars(options))
+        variables = self._weights.variables
+        # As they were packed for this machine.
+        shapes = [(x.shape.as_list(), x.dtype.name) for x in variables]
 
         def kept(kind: str, function: Callable, specs: Any) -> KeptGraph:
-            key = kept_programs.name_of(kind, text, *parts) if text else ""
-            return KeptGraph(function, specs, self._weights.variables, key)
+            key = kept_programs.name_of(kind, text, *parts, shapes) if text else ""
+            return KeptGraph(function, specs, variables, key)
 
         self._kept: Any = kept("generate", self._Continued, [*_IDS, *specs])
         if samples:

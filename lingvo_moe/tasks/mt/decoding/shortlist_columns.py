@@ -16,7 +16,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.text.vocabulary.special_ids import PAD_ID, UNK_ID
 
-_MULTIPLE = 64  # of C and U: packed_weights.WIDTH; TensorFlow's softmax adds in fours of 16
+_MULTIPLE = 64  # of C and U: TensorFlow's softmax adds in fours of 16
 LETTERS = NestedMap(tokens="BC", at="BC", bias="BC")  # of a batch's lists, in a cache
 # Whether the first tokens of a list may be emitted; all later ones may. The search always allows EOS.
 ALLOWED = np.arange(UNK_ID + 1) != UNK_ID
