@@ -30,9 +30,11 @@ def load_from_run(args: Flags, options: "TranslateOptions") -> "tuple[Translator
 
     Raises ValueError, OSError.
     """
+    from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.tasks.mt.decoding.ensemble import load_ensemble
     from lingvo_moe.tasks.mt.decoding.translator import load_translator
 
+    enable_compilation_cache()  # which keeps the traced search
     if draft := args.Values().get("draft"):
         raise ValueError(f"--draft={draft} is for language models, and {args.logdir} is none")
     runs = _cli.logdirs(args)

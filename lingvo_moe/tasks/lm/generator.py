@@ -27,7 +27,7 @@ from lingvo_moe.tasks.lm.paged_search import PLACES, PagedSearch
 from lingvo_moe.tasks.lm.prompt_search import PromptSearch
 from lingvo_moe.tasks.lm.saved_generator import PROMPT, SETTINGS, TOKENIZER, Texts
 from lingvo_moe.tasks.text.decoding.export import Exportable
-from lingvo_moe.tasks.text.decoding.kept_graph import KeptGraph
+from lingvo_moe.tasks.text.decoding.kept_graph import KeptGraph, key_of
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
@@ -142,12 +142,9 @@ class Generator(Exportable, Texts):
         self.generate = _function(self._Generate, [*prompt, *specs])
         parts = (vars(o), allowed.size, np.flatnonzero(~allowed).tolist(), vars(options))
         variables = self._weights.variables
-        # As they were packed for this machine.
-        shapes = [(x.shape.as_list(), x.dtype.name) for x in variables]
 
         def kept(kind: str, function: Callable, specs: Any) -> KeptGraph:
-            key = kept_programs.name_of(kind, text, *parts, shapes) if text else ""
-            return KeptGraph(function, specs, variables, key)
+            return KeptGraph(function, specs, variables, key_of(kind, text, variables, *parts))
 
         self._kept: Any = kept("generate", self._Continued, [*_IDS, *specs])
         if samples:

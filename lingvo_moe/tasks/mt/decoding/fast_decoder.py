@@ -3,6 +3,7 @@
 Letters: B row, S source token, J hypothesis, U place in the union of the rows' shortlists.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,6 +24,7 @@ from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
     tokens_of_places,
 )
 from lingvo_moe.tasks.text.decoding.growing_beam_search import BLOCK, GrowingBeamSearch
+from lingvo_moe.tasks.text.decoding.kept_graph import KeptGraph, key_of
 from lingvo_moe.tasks.text.decoding.sampled_search import SampledSearch
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 
@@ -75,6 +77,20 @@ class FastDecoder(Decoder):
 
         with unoptimized():
             return results.Pack(find(max_lengths_B, *src.Flatten()))
+
+    def Kept(self, rows: Callable, specs: Sequence[tf.TensorSpec], text: str) -> KeptGraph:
+        """A function of what `rows` makes Find's arguments of, to its results, kept for the next start.
+
+        Args:
+            text: what determines it beside code and specs, see `key_of`.
+        """
+        parts = (self._weights, self._shortlist)
+        variables = [x for part in parts if part is not None for x in part.variables]
+
+        def search(*arguments: tf.Tensor) -> dict[str, tf.Tensor]:
+            return dict(self.Find(*rows(*arguments)))
+
+        return KeptGraph(search, specs, variables, key_of("translate", text, variables))
 
     def Search(self, theta: NestedMap, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
         """See Decoder."""

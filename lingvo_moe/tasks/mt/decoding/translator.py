@@ -32,6 +32,7 @@ from lingvo_moe.tasks.mt.decoding.saved_translator import translations_of
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 from lingvo_moe.tasks.mt.mt_model import MtModel
+from lingvo_moe.tasks.text.decoding.kept_graph import KeptGraph
 from lingvo_moe.tasks.text.decoding.leading import PlacedWeights, rows_over
 from lingvo_moe.tasks.text.decoding.mesh_search import MeshSearch
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
@@ -50,7 +51,6 @@ _OF_LINES = ("tasks", "first", "seeds")
 _LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
 # Nothing that a reader of lines could take for the end of one: controls, NEL, line and paragraph separators.
 _NOT_IN_A_LINE = "[\\x{00}-\\x{1f}\\x{7f}\\x{85}\\x{2028}\\x{2029}]+"
-
 
 _Weights = NestedMap | PlacedWeights
 _Parts = tuple[MtModel, _Weights, NestedMap, Sequence[str] | LanguageCodes]
@@ -105,10 +105,8 @@ class TranslateOptions:
 
     def MaxTargetLength(self, source_length: Any) -> Any:
         """The most tokens of a translation of `source_length` tokens, for an int or an int32 tensor."""
-        longest = 2 * source_length + 10
-        if isinstance(source_length, int):
-            return min(longest, self.max_length)
-        return tf.minimum(longest, self.max_length)
+        least = min if isinstance(source_length, int) else tf.minimum
+        return least(2 * source_length + 10, self.max_length)
 
 
 class Translator(RunningTranslator):
@@ -151,6 +149,8 @@ class Translator(RunningTranslator):
         if isinstance(languages, LanguageCodes):
             self._codes, languages = languages, list(languages.ids)
         self._languages = tuple(languages)
+        names = ("first",) if self._codes else ("tasks",) if languages else ()
+        self._of_rows = (*names, "seeds") if o.sampling else names  # see _Rows
         self.traces = 0  # of searches; grows no more once `translate` was traced
         self.mesh_search: MeshSearch | None = None
         self._tidied = vocabs.get("tidied", 0)
@@ -172,13 +172,14 @@ class Translator(RunningTranslator):
         )
         self._shortlist = self._ColumnsOf(shortlist, vocabs) if shortlist else None
         self._model = lambda: model
-        names = ("text", "language")[: 1 + bool(self._languages)]
+        arguments = ("text", "language")[: 1 + bool(self._languages)]
         if isinstance(theta, PlacedWeights):
             self.translate: Any = self._Translate
             self._LieOver(theta.engine, theta.theta)
             return
         self._weights = PackedWeights(model, theta, o.weights, o.beam_size)
-        specs = [tf.TensorSpec([None], tf.string, name=name) for name in names]
+        self._search = self._Search()
+        specs = [tf.TensorSpec([None], tf.string, name=name) for name in arguments]
         self.translate = tf.function(self._Translate, specs, autograph=False)
 
     def _ColumnsOf(self, shortlist: Shortlist, vocabs: NestedMap) -> ShortlistColumns:
@@ -197,8 +198,7 @@ class Translator(RunningTranslator):
         if self._shortlist or o.weights == "int8":
             what = "a shortlist is" if self._shortlist else "weights=int8 is"
             raise ValueError(f"{what} for the search on one host, not over a mesh: leave it out")
-        text = f"{text_of(model)}\n{o}\n{self._search_options}\n{self._target_size}"
-        self.mesh_search = MeshSearch(engine, theta, self._DecoderOf, text)
+        self.mesh_search = MeshSearch(engine, theta, self._DecoderOf, self._Text())
         self.options = replace(o, rows=rows_over(engine, model.p.activation_split, o.rows))
 
     def Translate(
@@ -281,7 +281,6 @@ class Translator(RunningTranslator):
             parts.insert(2 if self._codes and self._codes.is_last else 0, code[:, tf.newaxis])
         tokens = tf.concat(parts, 1)
         lengths = tf.where(lengths == 0, 0, tf.minimum(lengths + marks, o.max_source_length))
-
         return NestedMap(of_lines, tokens=tokens, lengths=lengths), truncated
 
     def _Tidied(self, text: tf.Tensor) -> tf.Tensor:
@@ -335,7 +334,7 @@ class Translator(RunningTranslator):
         the longest lines come first, and rows are padded to the longest of their batch, at a multiple of 16.
         """
         o, n = self.options, tf.shape(lines)[0]
-        search = self._SearchOverMesh(length) if length else self._Search()
+        search = self._SearchOverMesh(length) if length else self._search
 
         def one(start: tf.Tensor, texts: tf.Tensor, scores: tf.Tensor) -> tuple:
             size, rows = length, o.rows
@@ -352,7 +351,8 @@ class Translator(RunningTranslator):
                 at, n_at = (tf.ensure_shape(tf.pad(x, missing), [rows]) for x in (at, n_at))
             ids = tf.gather(source.tokens, at).to_tensor(self._pad_id, shape=shape)
             of_lines = [tf.gather(source[x], at) for x in _OF_LINES if x in source]
-            text, best = self._texts(*search(ids, n_at, *of_lines))
+            results = search(ids, n_at, *of_lines)
+            text, best = self._texts(*map(results.get, ("ids_BKT", "lengths_BK", "scores_BK")))
             texts, scores = (
                 tf.tensor_scatter_nd_update(x, batch[:, tf.newaxis], y[:filled])
                 for x, y in ((texts, text), (scores, best))
@@ -382,9 +382,9 @@ class Translator(RunningTranslator):
 
     def _MakeSteps(self) -> TranslationSteps:
         """See RunningTranslator."""
-        options, longest = self._search_options, self.options.max_length
-        names, size = ["first"] if self._codes else [], self._target_size
-        decoder = PagedDecoder(self._weights, options, longest, size, names)
+        names = ["first"] if self._codes else []
+        limits = self._search_options, self.options.max_length, self._target_size
+        decoder = PagedDecoder(self._weights, *limits, names)
 
         def sources(text: tf.Tensor, *language: tf.Tensor) -> dict[str, tf.Tensor]:
             source, truncated = self._Sources(self._Tidied(text), *self._OfLines(*language))
@@ -392,46 +392,46 @@ class Translator(RunningTranslator):
 
         return TranslationSteps(decoder, sources, self._Rows, self._texts, bool(self._languages))
 
-    def _Search(self) -> Any:
-        """int32 ids [R,S], lengths [R] (and _OF_LINES, [R]) to ids [R,K,T], lengths [R,K], scores [R,K]."""
-        o, weights = self.options, self._weights
-        size = self._target_size
-        decoder = FastDecoder(
-            weights, self._search_options, o.max_length, size, self._shortlist, o.sampling
-        )
+    def _Text(self) -> str:
+        """What the model and the programs of its search are."""
+        parts = self.options, self._search_options, self._target_size, self._pad_id, self._of_rows
+        return "\n".join([text_of(self._model()), *map(str, parts)])
 
-        @tf.function(autograph=False)
-        def search(*arguments: tf.Tensor) -> tuple:
+    def _Search(self) -> KeptGraph:
+        """int32 ids [R,S], lengths [R] (and _OF_LINES, [R]) to the results of a search."""
+        o, is_known = self.options, isinstance(self._model(), MtModel)
+        limits = self._search_options, o.max_length, self._target_size
+        decoder = FastDecoder(self._weights, *limits, self._shortlist, o.sampling)
+
+        def rows(*arguments: tf.Tensor) -> tuple[NestedMap, tf.Tensor]:
             self.traces += 1
-            results = decoder.Find(*self._Rows(*arguments))
-            return results.ids_BKT, results.lengths_BK, results.scores_BK
+            return self._Rows(*arguments)
 
-        return search
+        of_rows = [tf.TensorSpec([None], tf.int32)] * (1 + len(self._of_rows))
+        specs = [tf.TensorSpec([None, None], tf.int32), *of_rows]
+        return decoder.Kept(rows, specs, self._Text() if is_known else "")
 
     def _SearchOverMesh(self, length: int) -> Any:
         """The search of _Search for S = `length`, called with tensors that have values."""
         mesh_search = self.mesh_search
         assert mesh_search
 
-        def search(*arguments: tf.Tensor) -> tuple:
+        def search(*arguments: tf.Tensor) -> NestedMap:
             src, max_lengths = self._Rows(*arguments)
             inputs = NestedMap(src, max_lengths=max_lengths).Transform(lambda x: x.numpy())
-            results = mesh_search.Run((length,), inputs)
-            return results.ids_BKT, results.lengths_BK, results.scores_BK
+            return mesh_search.Run((length,), inputs)
 
         return search
 
     def _DecoderOf(self, kind: tuple[int, ...]) -> Decoder:
         """The search of sources of so many tokens."""
-        longest, size = self.options.MaxTargetLength(kind[0]), self._target_size
-        return Decoder(self._model(), self._search_options, longest, size, self.options.sampling)
+        limits = self.options.MaxTargetLength(kind[0]), self._target_size
+        return Decoder(self._model(), self._search_options, *limits, self.options.sampling)
 
     def _Rows(
         self, ids_RS: tf.Tensor, lengths_R: tf.Tensor, *of_rows: tf.Tensor
     ) -> tuple[NestedMap, tf.Tensor]:
         """The sources of a search, see `Decoder`, and the most tokens of each translation."""
-        names = ["first"] if self._codes else ["tasks"] if self._languages else []
-        names += ["seeds"] if self.options.sampling else []
         rows, size = (dim(ids_RS, axis) for axis in (0, 1))
         at_S = tf.tile(tf.range(size)[tf.newaxis], [rows, 1])
         real_RS = at_S < lengths_R[:, tf.newaxis]
@@ -440,7 +440,7 @@ class Translator(RunningTranslator):
             segment_ids=tf.cast(real_RS, tf.int32),
             segment_pos=tf.where(real_RS, at_S, 0),
         )
-        src.update(zip(names, of_rows, strict=True))
+        src.update(zip(self._of_rows, of_rows, strict=True))
         if "tasks" in src:
             src.task_ids = tf.where(real_RS, src.pop("tasks")[:, tf.newaxis], 0)
         return src, tf.where(lengths_R > 0, self.options.MaxTargetLength(lengths_R), 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core.engine.kept_programs import find_bytes, keep_bytes
+from lingvo_moe.core.engine.kept_programs import find_bytes, keep_bytes, name_of
 
 
 class KeptGraph:
@@ -16,7 +16,7 @@ class KeptGraph:
         function: returns a dictionary of tensors. Beside its arguments it reads the variables, and nothing else.
         specs: those of its arguments, or a function that returns them, which is called only before a trace.
         variables: their values may be others at the next start, not their order, shapes and types.
-        key: see kept_programs; '' keeps nothing.
+        key: see `key_of`; '' keeps nothing.
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class KeptGraph:
 
     def __call__(self, *args: Any) -> dict[str, tf.Tensor]:
         if self._call is None:
-            content = find_bytes(self._key)
-            self._call = self._Traced() if content is None else self._Read(content)
+            with tf.init_scope():  # where another function is traced
+                content = find_bytes(self._key)
+                self._call = self._Traced() if content is None else self._Read(content)
         return self._call(*args)
 
     def _Traced(self) -> Callable[..., dict[str, tf.Tensor]]:
@@ -76,3 +77,9 @@ class KeptGraph:
             return dict(zip(about["outputs"], outputs, strict=True))
 
         return call
+
+
+def key_of(kind: str, text: str, variables: Sequence[tf.Variable], *parts: Any) -> str:
+    """The name under which a graph of variables is kept, see `name_of`; '' where the text is."""
+    shapes = [(x.shape.as_list(), x.dtype.name) for x in variables]  # as packed for the processor
+    return name_of(kind, text, *parts, shapes) if text else ""

@@ -11,7 +11,11 @@ from numpy.testing import assert_array_equal
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.decoding import fast_decoder
+from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator, load_translator
+from lingvo_moe.tasks.text.decoding import kept_graph
+from lingvo_moe.tasks.text.decoding.export import export
 
 OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=16, max_length=20, rows=5)
 ODD = [
@@ -86,6 +90,24 @@ def test_other_weights_in_the_same_search(vocab, translator, lines):
     assert got.translations == want.translations
     assert_array_equal(got.scores, want.scores)
     assert translator.traces == traces
+
+
+def test_a_kept_search_is_not_traced_again(vocab, translator, lines, monkeypatch, tmp_path):
+    """At the next start it is read, with the weights of then, and can be exported."""
+    entries: dict[str, bytes] = {}
+    monkeypatch.setattr(fast_decoder, "key_of", lambda *_: "k")
+    monkeypatch.setattr(kept_graph, "find_bytes", entries.get)
+    monkeypatch.setattr(kept_graph, "keep_bytes", entries.__setitem__)
+    want = translator.Translate(lines)
+    first, again = make(vocab, seed=1), make(vocab)
+    assert first.Translate(lines).translations != want.translations
+    results = [again.Translate(lines)]
+    export(again, tmp_path / "model", {"model": "toy"})
+    results.append(SavedTranslator(tmp_path / "model").Translate(lines))
+    assert [*entries] == ["k"] and (first.traces, again.traces) == (1, 0)
+    for got in results:
+        assert got.translations == want.translations
+        assert_array_equal(got.scores, want.scores)
 
 
 def test_long_lines_are_cut_and_reported(translator):

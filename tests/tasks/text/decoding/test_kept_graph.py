@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.tasks.text.decoding import kept_graph
-from lingvo_moe.tasks.text.decoding.kept_graph import KeptGraph
+from lingvo_moe.tasks.text.decoding.kept_graph import KeptGraph, key_of
 
 
 class Model(tf.Module):
@@ -60,3 +60,11 @@ def test_what_reads_more_than_its_variables_is_not_kept(entries):
     x = tf.ones([1, 3], tf.float64)
     np.testing.assert_array_equal(program(x, 1)["x"], x)
     assert not entries
+
+
+def test_the_key_says_how_weights_are_packed(monkeypatch):
+    monkeypatch.setattr(kept_graph, "name_of", lambda *parts: str(parts))
+    wide, narrow = Model(0), tf.Variable(tf.zeros([3, 2]))
+    keys = [key_of("k", "text", v, 1) for v in (wide.variables, Model(1).variables, [narrow])]
+    assert keys[0] == keys[1] != keys[2]
+    assert key_of("k", "", wide.variables, 1) == ""
