@@ -316,8 +316,12 @@ def empty_cache(shape: CacheShape) -> tf.Tensor:
 def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     """See `Kernels`; the step's rows are written into the cache's memory."""
     shape = tf.shape(cache)
-    rows, length, width = cache.shape[0] * shape[1], shape[2], cache.shape[3]
-    at = tf.reshape(tf.reshape(tf.range(rows) * length, [-1, 1]) + tf.reshape(time, [1, -1]), [-1])
+    _, batch, length, _ = tf.unstack(shape)
+    end, width = cache.shape[0] * batch * length, cache.shape[3]
+    if time.shape.rank:
+        at = tf.reshape(tf.range(0, end, length)[:, tf.newaxis] + time, [-1])
+    else:
+        at = tf.range(time, end, length)
     # tf.tensor_scatter_nd_update copies the whole cache here.
     flat = tf.raw_ops.InplaceUpdate(
         x=tf.reshape(cache, [-1, width]), i=at, v=tf.reshape(new, [-1, width])

@@ -393,7 +393,7 @@ class Translator(RunningTranslator):
         return TranslationSteps(decoder, sources, self._Rows, self._texts, bool(self._languages))
 
     def _Text(self) -> str:
-        """What the model and the programs of its search are."""
+        """A text that says what the model and the programs of its search are."""
         parts = self.options, self._search_options, self._target_size, self._pad_id, self._of_rows
         return "\n".join([text_of(self._model()), *map(str, parts)])
 

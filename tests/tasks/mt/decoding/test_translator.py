@@ -93,7 +93,7 @@ def test_other_weights_in_the_same_search(vocab, translator, lines):
 
 
 def test_a_kept_search_is_not_traced_again(vocab, translator, lines, monkeypatch, tmp_path):
-    """At the next start it is read, with the weights of then, and can be exported."""
+    """A translator reads it at the next start, with the weights of then, and can be exported."""
     entries: dict[str, bytes] = {}
     monkeypatch.setattr(fast_decoder, "key_of", lambda *_: "k")
     monkeypatch.setattr(kept_graph, "find_bytes", entries.get)
